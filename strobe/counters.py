@@ -7,7 +7,7 @@ from itertools import zip_longest
 from typing import Self
 
 
-@dataclass
+@dataclass(slots=True)
 class Counters:
     """Counters that only grow and can be summed."""
 
@@ -24,7 +24,7 @@ class Counters:
                 setattr(self, name, total + count)
 
 
-@dataclass
+@dataclass(slots=True)
 class DraftCounts(Counters):
     """Counts of drafting, of one answer or of many. steps: verify steps with drafts. num_proposed:
     drafts proposed; num_verified, num_accepted: of these verified and accepted;
@@ -39,15 +39,24 @@ class DraftCounts(Counters):
     rows: int = 0
     skipped_steps: int = 0
 
-    def add(self, num_verified: int, num_accepted: int, num_proposed: int | None = None) -> None:
-        """Count one decode step. num_proposed defaults to num_verified."""
+    def add(
+        self,
+        num_verified: int,
+        num_accepted: int,
+        num_proposed: int | None = None,
+        *,
+        times: int = 1,
+    ) -> None:
+        """Count one decode step, or `times` equal ones. num_proposed defaults to num_verified."""
         num_proposed = num_verified if num_proposed is None else num_proposed
-        self.num_proposed += num_proposed
-        self.rows += 1 + num_verified
-        self.skipped_steps += not num_proposed
-        self.steps += num_verified > 0
-        self.num_verified += num_verified
-        self.num_accepted += num_accepted
+        self.num_proposed += num_proposed * times
+        self.rows += (1 + num_verified) * times
+        self.num_verified += num_verified * times
+        self.num_accepted += num_accepted * times
+        if num_verified:
+            self.steps += times
+        if not num_proposed:
+            self.skipped_steps += times
         if not num_verified:
             return
         accepted_per_position = self.accepted_per_position
@@ -55,7 +64,7 @@ class DraftCounts(Counters):
         if missing > 0:
             accepted_per_position += [0] * missing
         for position in range(num_accepted):
-            accepted_per_position[position] += 1
+            accepted_per_position[position] += times
 
     @property
     def acceptance_length(self) -> float | None:

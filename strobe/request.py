@@ -114,7 +114,7 @@ class Status(enum.Enum):
     FINISHED = "finished"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Request:
     """One answer in progress. The scheduler owns its status.
 
@@ -137,6 +137,11 @@ class Request:
     key: Hashable = None
     scheduling: SchedulingOptions = DEFAULT_SCHEDULING
     tokens: list[int] = field(init=False)
+    num_prompt: int = field(init=False)
+    page_keys: PageKeys = field(init=False)
+    wants_prompt_logprobs: bool = field(init=False)
+    repetition_detector: RepetitionDetector | None = field(init=False)
+    prompt_logprobs: list[TokenLogprob | None] = field(init=False)
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     error: str | None = None
@@ -167,7 +172,7 @@ class Request:
         self.wants_prompt_logprobs = self.sampling.prompt_logprobs is not None and not self.sibling
         self.repetition_detector = self._make_repetition_detector()
         first = [None] if self.wants_prompt_logprobs else []
-        self.prompt_logprobs: list[TokenLogprob | None] = [*first]
+        self.prompt_logprobs = [*first]
 
     def _make_repetition_detector(self) -> RepetitionDetector | None:
         settings = self.sampling.repetition_detection

@@ -24,6 +24,11 @@ class FaultIsolation:
     def __init__(self) -> None:
         self._steps: dict[Request, int] = {}
 
+    @property
+    def is_active(self) -> bool:
+        """Whether requests run alone."""
+        return bool(self._steps)
+
     def solo_request(self) -> Request | None:
         """Return the request that runs alone now, if any."""
         for request in list(self._steps):

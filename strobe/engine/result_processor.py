@@ -4,6 +4,8 @@ torch."""
 from __future__ import annotations
 
 import logging
+from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from strobe.config import Limits
@@ -45,6 +47,7 @@ class ResultProcessor:
             request.finish_reason = reason
         drafts = result.drafts.get(i, ())
         margins = result.margins[i] if drafts and result.margins else ()
+        logprobs = result.logprobs.get(i)
         return TokenEvent(
             key=request.key,
             sibling=request.sibling,
@@ -54,9 +57,9 @@ class ResultProcessor:
             error=request.error,
             num_verified=counts.num_verified,
             num_accepted=min(result.num_accepted[i], count),
-            logprobs=result.logprobs.get(i, [])[:count],
+            logprobs=[] if logprobs is None else logprobs[:count],
             num_computed_tokens=counts.num_computed_tokens,
-            start=self._start_of(request),
+            start=None if request.started else self._start_of(request),
             num_proposed=counts.num_proposed,
             drafts=drafts,
             margins=margins,
@@ -71,13 +74,11 @@ class ResultProcessor:
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
             error=request.error,
-            start=self._start_of(request),
+            start=None if request.started else self._start_of(request),
         )
 
-    def _start_of(self, request: Request) -> RequestStart | None:
-        """Return the facts that a request's first event brings, None for later ones."""
-        if request.started:
-            return None
+    def _start_of(self, request: Request) -> RequestStart:
+        """Return the facts that a request's first event brings."""
         request.started = True
         return RequestStart(
             method=request.method,
@@ -119,18 +120,36 @@ class ResultProcessor:
                     return i + 1, "stop"
         return (room, "length") if len(tokens) >= room else (len(tokens), None)
 
-    def count(self, request: Request, event: TokenEvent) -> None:
-        """Add an event to the counters. A stop string, which is detected later, does not change
-        them."""
-        self.stats.generation_tokens += len(event.tokens)
-        if event.num_proposed is None:
-            return
-        counts = request.draft_counts
-        num_verified = event.num_verified
-        num_accepted = event.num_accepted
-        counts.add(num_verified, num_accepted, event.num_proposed)
-        self.stats.draft_counts.add(num_verified, num_accepted, event.num_proposed)
-        if num_verified and logger.isEnabledFor(logging.DEBUG):
-            line = "verify request=%s accepted=%d/%d committed=%d acceptance_rate=%.3f"
-            rate = counts.num_accepted / counts.num_verified
-            logger.debug(line, request.id, num_accepted, num_verified, len(event.tokens), rate)
+    def count(self, events: Sequence[tuple[Request, TokenEvent]]) -> None:
+        """Add a step's events to the counters. A stop string, which is detected later, does not
+        change them."""
+        stats = self.stats
+        outcomes: Counter[tuple[int, int, int]] = Counter()
+        """How many requests had each (num_verified, num_accepted, num_proposed)."""
+        logs_steps = logger.isEnabledFor(logging.DEBUG)
+        for request, event in events:
+            stats.generation_tokens += len(event.tokens)
+            num_proposed = event.num_proposed
+            if num_proposed is None:
+                continue
+            num_verified = event.num_verified
+            num_accepted = event.num_accepted
+            request.draft_counts.add(num_verified, num_accepted, num_proposed)
+            outcomes[num_verified, num_accepted, num_proposed] += 1
+            if num_verified and logs_steps:
+                _log_step(request, event)
+        for (num_verified, num_accepted, num_proposed), times in outcomes.items():
+            stats.draft_counts.add(num_verified, num_accepted, num_proposed, times=times)
+
+
+def _log_step(request: Request, event: TokenEvent) -> None:
+    """Log a step that verified drafts of a request."""
+    counts = request.draft_counts
+    logger.debug(
+        "verify request=%s accepted=%d/%d committed=%d acceptance_rate=%.3f",
+        request.id,
+        event.num_accepted,
+        event.num_verified,
+        len(event.tokens),
+        counts.num_accepted / counts.num_verified,
+    )

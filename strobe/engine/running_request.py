@@ -29,7 +29,7 @@ class Residence(Enum):
     LEAVING = auto()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class RunningRequest:
     """A running request's slot, pages and progress.
 

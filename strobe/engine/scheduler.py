@@ -174,6 +174,7 @@ class Scheduler:
         for record in [*reversed(self.running), *self._set_aside]:
             while len(record.lease.reserved) > record.in_flight:
                 record.lease.rollback()
+            record.pages_sent = min(record.pages_sent, record.lease.num_columns)
             if record in self.running and record not in running:
                 self._requeue(record)
 
@@ -257,9 +258,8 @@ class Scheduler:
         try:
             events, ended = self._commit(plan, result)
             self.alone = None  # published pages are not written again, so no request resumes there
-            for record in records:
-                if self.prefix_caching and record.request.error is None:
-                    record.lease.publish(record.request.tokens)
+            if self.prefix_caching:
+                self._publish(records)
             if self.states is not None:
                 self._commit_states(self.states, plan, records, [length for _, _, length in before])
             for record in ended:
@@ -273,6 +273,12 @@ class Scheduler:
             raise
         self._in_flight.popleft()
         return events
+
+    def _publish(self, records: list[RunningRequest]) -> None:
+        """Add the pages that requests have filled to the prefix cache."""
+        for record in records:
+            if record.lease.length >= record.lease.publish_from and record.request.error is None:
+                record.lease.publish(record.request.tokens)
 
     def _commit_states(
         self, ledger: StateLedger, plan: Plan, records: list[RunningRequest], starts: list[int]
@@ -293,29 +299,32 @@ class Scheduler:
     ) -> tuple[list[TokenEvent], list[RunningRequest]]:
         event_pairs: list[tuple[Request, TokenEvent]] = []
         ends: dict[int, int] = {}
+        num_verified = result.num_verified or [span.num_drafts for span in plan.spans]
+        max_length = self.limits.max_model_len
         for i, (record, span) in enumerate(zip(self._in_flight[0], plan.spans, strict=True)):
             request = record.request
-            start = record.lease.length
+            lease = record.lease
+            start = lease.length
+            num_accepted = result.num_accepted[i]
             record.in_flight -= 1
-            record.lease.commit(span.num_context_rows + result.num_accepted[i])
-            record.start += result.num_accepted[i]
+            lease.commit(span.num_context_rows + num_accepted)
+            record.start += num_accepted
             if record.is_leaving:
                 ends[i] = 0
                 continue
-            self._fault_isolation.succeeded(request, record.lease.length)
+            if self._fault_isolation.is_active:
+                self._fault_isolation.succeeded(request, lease.length)
             if span.scored_tokens and i not in result.errors:
                 request.prompt_logprobs[span.start + 1 :] = result.prompt_logprobs[i]
             if span.num_logits or i in result.errors:
-                by_span = result.num_verified
-                num_verified = span.num_drafts if by_span is None else by_span[i]
                 can_draft = request.num_drafts and start >= record.prefill_end
                 counts = SpanCounts(
                     num_proposed=span.num_drafts if can_draft else None,
-                    num_verified=max(0, min(num_verified, self.limits.max_model_len - 1 - start)),
+                    num_verified=max(0, min(num_verified[i], max_length - 1 - start)),
                     num_computed_tokens=start,
                 )
                 event = self.results.apply(request, i, result, counts)
-                if self.shadow is not None and record.lease.observed:
+                if self.shadow is not None and lease.observed:
                     resolve = partial(self.shadow.resolve, request)
                     event = event._replace(scored=self._advice.of("Shadow mode", resolve, []))
                 event_pairs.append((request, event))
@@ -324,8 +333,7 @@ class Scheduler:
         counted = result.truncate(ends, plan.spans)
         self._advice.of("The draft policy", lambda: self.draft_policy.observe(plan, counted), None)
         self.stats.steps += 1
-        for request, event in event_pairs:
-            self.results.count(request, event)
+        self.results.count(event_pairs)
         return [event for _, event in event_pairs], [self._in_flight[0][i] for i in ends]
 
     def cancel(self, plan: Plan, error: str = "") -> list[TokenEvent]:
@@ -591,7 +599,7 @@ class Scheduler:
         """Return the positions of a request that a prefix hit could cover."""
         if not self.prefix_caching or request.wants_prompt_logprobs:
             return 0
-        keys = self.pool.extend(request.page_keys, request.tokens)
+        keys = self.pool.usable_keys(request.page_keys, request.tokens)
         if self.states is None:
             return self.pool.page_size * self.pool.num_usable(keys)
         state = self.states.find(self.pool, keys)
@@ -637,7 +645,7 @@ class Scheduler:
         that this one needs."""
         if not computing or not self.prefix_caching or request.wants_prompt_logprobs:
             return False
-        keys = self.pool.extend(request.page_keys, request.tokens)
+        keys = self.pool.usable_keys(request.page_keys, request.tokens)
         size = self.pool.page_size
         other_keys = [r.request.page_keys[: (r.prefill_end - 1) // size] for r in computing]
         # A key stands for all the tokens up to its page's end: equal ones are a common prefix's.

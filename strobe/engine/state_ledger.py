@@ -60,7 +60,7 @@ class StateLedger:
         """Let a waiting request's lease adopt the longest prefix that has a state."""
         kept = self.kept
         pool = lease.pool
-        keys = pool.extend(request.page_keys, request.tokens)
+        keys = pool.usable_keys(request.page_keys, request.tokens)
         num_cached = pool.num_shared(keys, observed=lease.observed)
         end = len(request.tokens)
         revived: KeptState | None = None

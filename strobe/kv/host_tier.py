@@ -270,7 +270,7 @@ class HostTier:
         """Return the longest prefix of a request that the tiers have together. start: as in
         `is_fetching`."""
         size = self.pool.page_size
-        keys = self.pool.extend(request.page_keys, request.tokens)
+        keys = self.pool.usable_keys(request.page_keys, request.tokens)
         end = self._usable(keys)
         if self.kept is None:
             return _Prefix(end=end, missing=self._missing(keys, end))

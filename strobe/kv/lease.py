@@ -31,7 +31,25 @@ class Lease:
 
     limit: the maximum number of positions that need pages. keys: content keys of its first pages,
     extended as needed. tables: by page group, its pages by column; some of the first ones may be
-    GIVEN_BACK. reserved: positions of each open reservation, oldest first."""
+    GIVEN_BACK. reserved: positions of each open reservation, oldest first; open: their sum.
+    publish_from: the length at which a further page is full."""
+
+    __slots__ = (
+        "_expected",
+        "_first_held",
+        "_published",
+        "keys",
+        "length",
+        "limit",
+        "margin",
+        "observed",
+        "open",
+        "pool",
+        "publish_from",
+        "released",
+        "reserved",
+        "tables",
+    )
 
     def __init__(
         self, pool: PagePool, limit: int, keys: PageKeys | None = None, *, margin: int = 0
@@ -47,7 +65,9 @@ class Lease:
         self.observed = False
         """Whether drafters in shadow mode observe all its positions, adopted ones included."""
         self.reserved: deque[int] = deque()
+        self.open = 0
         self._published = 0
+        self.publish_from = pool.page_size
         self._first_held = [0] * len(pool.groups)
         self._expected: set[int] = set()
 
@@ -60,16 +80,11 @@ class Lease:
         """Return the first column of a group's table whose page was not returned."""
         return self._first_held[group]
 
-    @property
-    def open(self) -> int:
-        """Positions in open reservations."""
-        return sum(self.reserved)
-
     def pages_for(self, count: int) -> int:
         """Return the number of columns that a further reservation of `count` positions adds."""
         columns = len(self.tables[0])
         size = self.pool.page_size
-        end = self.length + sum(self.reserved) + count
+        end = self.length + self.open + count
         if end <= columns * size:
             return 0
         return max(0, -(-min(end, self.limit) // size) - columns)
@@ -90,17 +105,20 @@ class Lease:
 
     def commit(self, rows: int) -> None:
         """Keep the first `rows` positions of the oldest open reservation."""
-        self._require_open("commit")
+        if not self.reserved:  # always so after release()
+            raise LeaseError("commit() needs an open reservation")
         count = self.reserved[0]
         if not 0 <= rows <= count:
             raise LeaseError(f"commit({rows}) exceeds the reservation of {count} positions")
         self.reserved.popleft()
+        self.open -= count
         self.length += rows
 
     def rollback(self) -> None:
         """Drop the newest open reservation and the pages only it needs."""
-        self._require_open("rollback")
-        self.reserved.pop()
+        if not self.reserved:
+            raise LeaseError("rollback() needs an open reservation")
+        self.open -= self.reserved.pop()
         end = min(self.length + self.open, self.limit)
         keep = -(-end // self.pool.page_size)
         for group, table in zip(self.pool.groups, self.tables, strict=True):
@@ -158,7 +176,7 @@ class Lease:
         """
         if self.num_columns or self.length or self.reserved or self.released:
             raise LeaseError("adopt() comes before the first reservation")
-        keys = self.pool.extend(self.keys, tokens)
+        keys = self.pool.usable_keys(self.keys, tokens)
         size = self.pool.page_size
         usable = keys if max_length is None else keys[: max_length // size]
         count = self.pool.num_usable(usable, observed=self.observed)
@@ -174,7 +192,7 @@ class Lease:
         if self.pool.has_windows:
             num_shared = self.pool.num_shared(keys, observed=self.observed)
             self.expect(n * size for n in (count, num_shared, len(keys)))
-        self._published = count
+        self._set_published(count)
         self.length = count * size
         return self.length
 
@@ -190,7 +208,7 @@ class Lease:
             [GIVEN_BACK] * first + group.allocate(columns - first) for group, first in groups
         ]
         self._first_held = firsts
-        self._published = columns
+        self._set_published(columns)
         self.length = columns * self.pool.page_size
         return self.length
 
@@ -214,11 +232,11 @@ class Lease:
                     root=self.keys.root,
                     observed=self.observed,
                 )
-        self._published = full
+        self._set_published(full)
 
-    def _require_open(self, call: str) -> None:
-        if not self.reserved:  # always so after release()
-            raise LeaseError(f"{call}() needs an open reservation")
+    def _set_published(self, count: int) -> None:
+        self._published = count
+        self.publish_from = (count + 1) * self.pool.page_size
 
 
 def reserve_all(requests: Sequence[tuple[Lease, int]]) -> bool:
@@ -227,15 +245,22 @@ def reserve_all(requests: Sequence[tuple[Lease, int]]) -> bool:
     if not requests:
         return True
     pool = requests[0][0].pool
+    growing: list[tuple[Lease, int]] = []
+    """Leases that need further pages, and how many."""
+    total = 0
     for lease, count in requests:
         if lease.released or count < 0:
             raise LeaseError(f"reserve({count}) on a lease that is released, or below zero")
-    columns = [lease.pages_for(count) for lease, count in requests]
-    if any(sum(columns) > group.available for group in pool.groups):
-        return False
-    for (lease, count), added in zip(requests, columns, strict=True):
-        lease.reserved.append(count)  # first: a rollback undoes it also if allocating fails
+        added = lease.pages_for(count)
         if added:
-            for group, table in zip(pool.groups, lease.tables, strict=True):
-                table += group.allocate(added)
+            growing.append((lease, added))
+            total += added
+    if any(total > group.available for group in pool.groups):
+        return False
+    for lease, count in requests:  # first: rollbacks undo them also if allocating fails
+        lease.reserved.append(count)
+        lease.open += count
+    for lease, added in growing:
+        for group, table in zip(pool.groups, lease.tables, strict=True):
+            table += group.allocate(added)
     return True

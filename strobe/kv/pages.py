@@ -133,13 +133,17 @@ class PagePool:
         """Return the content key of a full page: a hash of its tokens and all tokens before."""
         return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
 
-    def extend(self, keys: PageKeys, tokens: Sequence[int]) -> list[bytes]:
-        """Append the keys of a sequence's further full pages to `keys`. Return the keys of pages
-        that a prefix hit may cover; it never covers the last token."""
+    def extend(self, keys: PageKeys, tokens: Sequence[int]) -> None:
+        """Append the keys of a sequence's further full pages to `keys`."""
         size = self.page_size
         for end in range((len(keys) + 1) * size, len(tokens) + 1, size):
             keys.append(self.key(keys[-1] if keys else keys.root, tokens[end - size : end]))
-        return keys[: (len(tokens) - 1) // size]
+
+    def usable_keys(self, keys: PageKeys, tokens: Sequence[int]) -> list[bytes]:
+        """Extend `keys`, and return those of the pages that a prefix hit may cover; it never covers
+        the last token."""
+        self.extend(keys, tokens)
+        return keys[: (len(tokens) - 1) // self.page_size]
 
     def publish(
         self, page: int, key: bytes, tokens: Sequence[int] = (), parent: bytes | None = None,

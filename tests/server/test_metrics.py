@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from copy import deepcopy
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -263,7 +264,7 @@ def test_each_engine_counter_has_its_metric(metrics: ServerMetrics):
     per_position = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
     assert [value(metrics, per_position, position=str(i)) for i in range(2)] == [9, 4]
     attributes = {attribute for attribute, _, _ in METRICS}
-    counters = {*vars(stats), *(f"draft_counts.{name}" for name in vars(counts))}
+    counters = {*vars(stats), *(f"draft_counts.{part.name}" for part in fields(counts))}
     assert counters - attributes == {"draft_counts", "draft_counts.rows"}
 
 

@@ -138,7 +138,7 @@ def test_request_without_room_fetches_nothing():
     pool = PagePool(6, 4)
     tier = HostTier(pool, [HostRows(8)])
     request = Request("r", [1] * 9, SamplingParams(), 0, scheduling=SchedulingOptions())
-    keys = pool.extend(request.page_keys, request.tokens)
+    keys = pool.usable_keys(request.page_keys, request.tokens)
     for key in keys:
         tier.pages[0].store(key)
     pool.allocate(3)
