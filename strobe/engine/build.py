@@ -350,6 +350,18 @@ class Components:
 def resolve(config: EngineConfig, rank: int = 0) -> ResolvedConfig:
     """Read and check configs and tensor headers, of a rank's part of the models. Raises ValueError
     with a hint."""
+    resolved = plan_models(config, rank)
+    if config.load_format == "auto":
+        check_before_download(resolved)
+        fetch_weights(*_model_paths(resolved))
+    weights = _check_weights(resolved)
+    resolved.num_pages(sum(weights.values()))
+    return replace(resolved, weights=weights)
+
+
+def plan_models(config: EngineConfig, rank: int = 0) -> ResolvedConfig:
+    """Return what an engine with these settings needs, but for the bytes of its weights, which are
+    not read. Raises ValueError with a hint."""
     typed = config
     config = locate_models(config)
     target, draft = _load_configs(config)
@@ -362,12 +374,7 @@ def resolve(config: EngineConfig, rank: int = 0) -> ResolvedConfig:
         if draft is not None:
             draft = hold_stored(draft, Path(config.draft or ""))
         shadows = tuple(replace(s, config=hold_stored(s.config, s.path)) for s in shadows)
-    resolved = plan_engine(config, target, draft, shadows=shadows, rank=rank)
-    if config.load_format == "auto":
-        _fetch_weights(resolved)
-    weights = _check_weights(resolved)
-    resolved.num_pages(sum(weights.values()))
-    return replace(resolved, weights=weights)
+    return plan_engine(config, target, draft, shadows=shadows, rank=rank)
 
 
 def plan_engine(
@@ -446,14 +453,17 @@ def _choose_dtype(config: EngineConfig, target: TargetConfig, device: torch.devi
     return getattr(torch, native_dtype if config.dtype == "auto" else config.dtype)
 
 
-def _fetch_weights(resolved: ResolvedConfig) -> None:
-    """Download the weights that are missing. Raises ValueError before that if an engine with them
-    does not fit, as far as the configs tell their size."""
+def _model_paths(resolved: ResolvedConfig) -> list[Path]:
     config = resolved.config
     shadows = [shadow.path for shadow in resolved.shadows]
     drafts = [] if config.draft is None else [Path(config.draft)]
-    paths = [*drafts, *shadows, Path(config.target)]
-    if not any(map(missing_weights, paths)):
+    return [*drafts, *shadows, Path(config.target)]
+
+
+def check_before_download(resolved: ResolvedConfig) -> None:
+    """Raise ValueError if weights are still to be downloaded, and an engine with them does not fit,
+    as far as the configs tell their size."""
+    if not any(map(missing_weights, _model_paths(resolved))):
         return
     try:
         weights = weight_sizes(resolved)
@@ -461,7 +471,6 @@ def _fetch_weights(resolved: ResolvedConfig) -> None:
         logger.warning("Whether the weights fit is known once they are downloaded: %s", error)
     else:
         resolved.num_pages(sum(weights.values()))
-    fetch_weights(*paths)
 
 
 def weight_sizes(resolved: ResolvedConfig) -> dict[str, int]:

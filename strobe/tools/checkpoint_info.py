@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from strobe.config import EngineConfig
 from strobe.engine.backend_choice import WeightFormat
-from strobe.hub.download import fetch_weights
+from strobe.hub.download import missing_weights
 from strobe.hub.files import GGUF_LINK, read_json, source_of
 from strobe.hub.gguf_file import read_header
 from strobe.kv.states import StateSpec
@@ -25,14 +26,18 @@ from strobe.models.model_config import DecoderConfig, DraftConfig, TargetConfig
 from strobe.models.quantization import methods
 from strobe.models.quantization.fp8 import SCALE
 from strobe.models.quantization.gguf_codes import CODES
-from strobe.models.weight_loading import check_draft_tensors, check_target_tensors
+from strobe.models.weight_loading import Open, check_draft_tensors, check_target_tensors
 from strobe.parallel.split import ALONE, Split
+from strobe.terminal.wording import counted
 from strobe.tools.memory_table import memory_facts
 from strobe.tools.weight_storage import storage_facts, storage_text
 
+Module = TypeVar("Module", bound=nn.Module)
+
 
 def describe(model: Path, draft: Path | None = None, split: Split = ALONE) -> dict[str, Any]:
-    """Return the facts of a target or a drafter, and of the pair if `draft` is set.
+    """Return the facts of a target or a drafter, and of the pair if `draft` is set. Weights
+    that only the hub has are not downloaded: then the facts are those of the configs.
 
     Raises ValueError for a damaged or unsupported checkpoint, a pair that does not fit, or ranks
     that cannot share the model.
@@ -46,18 +51,21 @@ def describe(model: Path, draft: Path | None = None, split: Split = ALONE) -> di
         check_pair(draft_config, config, draft)
     own_config, own_draft = split.split(config, draft_config)
     memory = memory_facts(_settings(model, draft, split), config, draft_config)
-    fetch_weights(model)
     facts = _target_facts(model, config) | {"memory": memory}
     if config.states is not None:
         facts |= _state_facts(config, config.states, draft_config)
-    opener = split.opener("auto")
     if split.size > 1:
         facts["ranks"] = split.size
-        facts |= _rank_facts(check_target_tensors(model, own_config, opener), own_config)
+        part = _checked(
+            model, split, lambda opener: check_target_tensors(model, own_config, opener)
+        )
+        facts |= _rank_facts(part, own_config)
     if draft is not None and own_draft is not None:
         facts["draft"] = _draft_facts(draft, model)
         if split.size > 1:
-            part = check_draft_tensors(draft, own_draft, opener)
+            part = _checked(
+                draft, split, lambda opener: check_draft_tensors(draft, own_draft, opener)
+            )
             facts["draft"] |= _rank_facts(part, own_draft)
         facts["pair"] = "fits"
     return facts
@@ -86,21 +94,22 @@ def _require_drafter_alone(model: Path, draft: Path | None, split: Split) -> Non
 
 
 def _target_facts(path: Path, config: TargetConfig) -> dict[str, Any]:
-    target = check_target_tensors(path, config)
+    missing = missing_weights(path)
+    target = _checked(path, ALONE, lambda opener: check_target_tensors(path, config, opener))
     facts = {
         "path": str(path),
         "kind": "target",
         "architecture": config.architecture,
-        **_weight_facts(path),
+        **(_expected_facts(target, missing) if missing else _weight_facts(path)),
         **decoder_facts(config.decoder),
-        "tie_embeddings": target.config.tie_embeddings,
+        "tie_embeddings": (config if target is None else target.config).tie_embeddings,
         "dtype": config.dtype,
     }
     if config.quantization is not None:
         facts["quantization"] = methods.describe(config.quantization, config.decoder)
+    if not missing:
+        facts |= {**_gguf_types(path), **_storage_facts(path, config)}
     return facts | {
-        **_gguf_types(path),
-        **_storage_facts(path, config),
         "end_token_ids": list(config.eos_ids),
         "default_sampling": config.sampling,
     }
@@ -120,10 +129,17 @@ def _state_facts(
     }
 
 
-def _rank_facts(part: nn.Module, config: TargetConfig | DraftConfig) -> dict[str, Any]:
+def _parameters(name: str, module: nn.Module | None) -> dict[str, int]:
+    """Return a model's number of parameters under a name; nothing if it is not known."""
+    if module is None:
+        return {}
+    return {name: sum(parameter.numel() for parameter in module.parameters())}
+
+
+def _rank_facts(part: nn.Module | None, config: TargetConfig | DraftConfig) -> dict[str, Any]:
     """Return what the first of several ranks holds of a model, which no other one exceeds."""
     return {
-        "parameters_on_each_rank": sum(parameter.numel() for parameter in part.parameters()),
+        **_parameters("parameters_on_each_rank", part),
         "kv_bytes_per_token_bf16_on_each_rank": _kv_bytes(config.decoder),
     }
 
@@ -136,16 +152,16 @@ def _kv_bytes(decoder: DecoderConfig) -> int:
 
 def _draft_facts(path: Path, target: Path | None = None) -> dict[str, Any]:
     config = load_draft_config(path, target)
-    fetch_weights(path)
-    check_draft_tensors(path, config)
+    missing = missing_weights(path)
+    module = _checked(path, ALONE, lambda opener: check_draft_tensors(path, config, opener))
     return {
         "path": str(path),
         "kind": f"{config.method} drafter",
         "format": config.format,
-        **_weight_facts(path),
+        **(_expected_facts(module, missing) if missing else _weight_facts(path)),
         **decoder_facts(config.decoder),
         **drafting_facts(config),
-        **_storage_facts(path, config),
+        **({} if missing else _storage_facts(path, config)),
     }
 
 
@@ -205,6 +221,25 @@ def _weight_facts(path: Path) -> dict[str, Any]:
     return {
         "parameters": sum(counts),
         "bytes_on_disk": sum(map(checkpoint.bytes_of, checkpoint.shapes)),
+    }
+
+
+def _checked(path: Path, split: Split, check: Callable[[Open], Module]) -> Module | None:
+    """Return a rank's part of a model, its tensors checked if they are on disk. None if they are
+    not, and the config does not tell their size either."""
+    if not missing_weights(path):
+        return check(split.opener("auto"))
+    try:
+        return check(None)
+    except ValueError:  # which the memory bill says
+        return None
+
+
+def _expected_facts(module: nn.Module | None, missing: Sequence[str]) -> dict[str, Any]:
+    """Return what a config tells of weights that are not downloaded."""
+    return {
+        **_parameters("parameters", module),
+        "weights": f"{counted(len(missing), 'file')} to download; their tensors are checked then",
     }
 
 

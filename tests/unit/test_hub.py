@@ -286,6 +286,31 @@ def test_what_cannot_fit_is_rejected_before_fetching_weights(
     assert not fake_hub.weights
 
 
+def test_info_describes_a_pair_without_its_weights(fake_hub: FakeHub, main: Callable[..., Any]):
+    status, out, _ = main("info", "me/target", "--draft=me/draft", "--json")
+    facts = json.loads(out)
+    assert (status, fake_hub.weights) == (0, [])
+    assert facts["weights"] == facts["draft"]["weights"]
+    assert facts["weights"] == "1 file to download; their tensors are checked then"
+    LLM("me/target", draft="me/draft")
+    _, out, _ = main("info", "me/target", "--draft=me/draft", "--json")
+    local = json.loads(out)
+    assert local["parameters"] == facts["parameters"]
+    assert local["draft"]["parameters"] == facts["draft"]["parameters"]
+    assert local["memory"] == facts["memory"]
+
+
+def test_doctor_reports_what_cannot_fit_before_fetching_weights(
+    fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch, main: Callable[..., Any]
+):
+    monkeypatch.setattr(memory, "free_memory", lambda device: 100_000)
+    status, out, _ = main("doctor", "me/target", "me/draft", "--json")
+    faults = [f for f in json.loads(out)["findings"] if f["level"] == "fault"]
+    assert (status, [fault["about"] for fault in faults]) == (1, ["settings"])
+    assert "cpu has 100000 bytes free; use a smaller model" in faults[0]["says"]
+    assert not fake_hub.weights
+
+
 def test_weights_of_unknown_size_are_fetched_and_then_checked(
     fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):

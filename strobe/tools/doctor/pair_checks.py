@@ -42,16 +42,23 @@ def attempt(report: Report, about: str, run: Callable[[], T]) -> T | None:
         return None
 
 
-def check_files(report: Report, target: Path, draft: Path) -> tuple[Any, Any, Any, bool]:
+def check_files(
+    report: Report,
+    target: Path,
+    draft: Path,
+    check_memory: Callable[[TargetConfig, DraftConfig], None],
+) -> tuple[Any, Any, Any, bool]:
     """Check configs, tensors and tokenizer; return the target's config, the drafter's, the
     tokenizer (each None if it cannot be read), and whether the configs fit. Weights are downloaded
-    only if the configs fit; weights on disk are checked in any case."""
+    only if the configs fit and `check_memory` raises no ValueError; weights on disk are checked in
+    any case."""
     target_config = attempt(report, "target's config", lambda: load_target_config(target))
     draft_config = attempt(report, "drafter's config", lambda: load_draft_config(draft, target))
     fits = (
         target_config is not None
         and draft_config is not None
         and check_fit(report, target_config, draft_config, draft)
+        and _succeeds(report, "settings", lambda: check_memory(target_config, draft_config))
     )
     if target_config is not None and (fits or not missing_weights(target)):
         _tensors(
@@ -74,6 +81,13 @@ def check_files(report: Report, target: Path, draft: Path) -> tuple[Any, Any, An
         "tokenizer": tokenizer and fingerprint(target),
     }
     return target_config, draft_config, tokenizer, fits
+
+
+def _succeeds(report: Report, about: str, check: Callable[[], None]) -> bool:
+    """Return whether a check raises no ValueError; if it does, report the sentence as a fault."""
+    num_faults = len(report.faults)
+    attempt(report, about, check)
+    return len(report.faults) == num_faults
 
 
 def _tensors(report: Report, about: str, path: Path, check: Callable[[], Target | DFlash]) -> None:

@@ -13,7 +13,13 @@ from typing import Any
 
 from strobe.config import EngineConfig
 from strobe.engine.backend_choice import WeightFormat
-from strobe.engine.build import ResolvedConfig, resolve
+from strobe.engine.build import (
+    ResolvedConfig,
+    check_before_download,
+    plan_models,
+    resolve,
+)
+from strobe.hub.download import missing_weights
 from strobe.hub.files import GGUF_LINK
 from strobe.hub.locate import locate_models
 from strobe.models.checkpoint import Checkpoint
@@ -87,7 +93,12 @@ def examine(
     draft = Path(config.draft or "")
     report = Report(target=str(target), draft=str(draft))
     say("reading configs, tensors and tokenizer")
-    target_config, draft_config, tokenizer, fits = check_files(report, target, draft)
+    target_config, draft_config, tokenizer, fits = check_files(
+        report,
+        target,
+        draft,
+        check_memory=partial(_check_memory, config),
+    )
     if target_config is not None and draft_config is not None and tokenizer is not None:
         check_tokens(
             report, tokenizer=tokenizer, target=target_config, draft=draft_config, path=draft
@@ -98,7 +109,8 @@ def examine(
         return report
     prompts = partial(_render, tokenizer, conversations)
     longest = max(len(prompt) for thinking in _ways(tokenizer) for prompt in prompts(thinking))
-    config = _for_short_runs(config, longest)
+    model_max = _max_positions(target_config, draft_config)
+    config = _for_short_runs(config, longest, model_max)
     resolved = attempt(report, "settings", lambda: resolve(config))
     if resolved is None:
         return report
@@ -115,6 +127,18 @@ def examine(
     return report
 
 
+def _check_memory(config: EngineConfig, target: TargetConfig, draft: DraftConfig) -> None:
+    """Raise ValueError if weights are still to be downloaded, and the pair does not fit in memory
+    even with short prompts."""
+    if any(missing_weights(Path(path)) for path in (config.target, config.draft or "")):
+        config = _for_short_runs(config, longest=0, model_max=_max_positions(target, draft))
+        check_before_download(plan_models(config))
+
+
+def _max_positions(target: TargetConfig, draft: DraftConfig) -> int:
+    return min(target.decoder.max_position, draft.decoder.max_position)
+
+
 def _storage(
     path: Path,
     config: TargetConfig | DraftConfig,
@@ -128,12 +152,12 @@ def _storage(
     return {name: storage_text(facts) for name, facts in kinds.items()}
 
 
-def _for_short_runs(config: EngineConfig, longest: int) -> EngineConfig:
+def _for_short_runs(config: EngineConfig, longest: int, model_max: int) -> EngineConfig:
     """Adapt the settings to short runs, without graphs, which every variant would capture again.
-    longest: tokens of the longest prompt."""
+    longest: tokens of the longest prompt; model_max: positions of the models."""
     count = len(PROMPTS)
     small = replace(config, max_num_seqs=count, cuda_graphs=False, method=DRAFTER_METHOD, overlap=1)
-    room = max(1024, longest + 2 * MAX_TOKENS)
+    room = max(min(1024, model_max), longest + 2 * MAX_TOKENS)
     return small if config.max_model_len is not None else replace(small, max_model_len=room)
 
 
