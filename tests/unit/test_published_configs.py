@@ -84,6 +84,8 @@ class ListedCheckpoint(Checkpoint):
         self.directory = self.source = directory
         self.shapes = {own_name(name): tuple(shape) for name, (_, shape) in tensors.items()}
         self.dtypes = {own_name(name): dtype for name, (dtype, _) in tensors.items()}
+        self.types = {}
+        self.coded = set()
 
     def read(self, name: str) -> torch.Tensor:
         """Return the table of a head for the first tokens; nothing else is read."""
