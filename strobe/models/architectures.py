@@ -18,6 +18,7 @@ from strobe.models.config_readers.detection import (
     supported_methods,
 )
 from strobe.models.config_readers.fields import Fields
+from strobe.models.config_readers.pair import check_ids
 from strobe.models.families import FAMILIES
 from strobe.models.heads import HEADS, ChecksDrafter
 from strobe.models.model_config import DraftConfig, TargetConfig
@@ -109,6 +110,7 @@ def read_draft_config(path: Path, directory: Path, target: Path | None = None) -
     module = importlib.import_module(f"strobe.models.config_readers.{READERS[dialect.format]}")
     values = config.pop("quantization_config", None)
     draft: DraftConfig = module.read(config, path, dialect, target)
+    check_ids(draft, path)
     if isinstance(draft.head, ChecksDrafter):
         draft.head.check(draft, path)
     fields = Fields({"quantization_config": values}, path)

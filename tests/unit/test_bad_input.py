@@ -311,9 +311,9 @@ def test_mismatched_drafter_config(
     [
         ({"mask_token_id": "3"}, "mask_token_id is '3'"),
         ({"mask_token_id": True}, "mask_token_id is True"),
-        ({"mask_token_id": 2048}, "mask_token_id is 2048, but the target's vocabulary"),
-        ({"mask_token_id": -1}, "mask_token_id is -1, but the target's vocabulary"),
-        ({"target_layer_ids": [0, 1, 5]}, "target_layer_ids holds 5, but the target's layers are"),
+        ({"mask_token_id": 2048}, "mask_token_id is 2048, but the vocabulary has ids"),
+        ({"mask_token_id": -1}, "mask_token_id is -1, but the vocabulary has ids"),
+        ({"target_layer_ids": [0, 1, 5]}, "target_layer_ids holds 5, but num_target_layers is 5"),
         ({"target_layer_ids": [-1, 1, 3]}, "target_layer_ids is [-1, 1, 3]"),
         ({"target_layer_ids": []}, "target_layer_ids is []"),
         ({"target_layer_ids": "all"}, "target_layer_ids is 'all'"),

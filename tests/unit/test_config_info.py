@@ -103,10 +103,10 @@ def test_pair_of_lone_configs_is_checked(main: Main, tmp_path: Path):
     draft = written(tmp_path / "d.json", QWEN3_8B_DFLASH)
     status, facts = info(main, target, "--draft", draft)
     assert (status, facts["draft"]["loads"]) == (0, True)
-    written(draft, {**QWEN3_8B_DFLASH, "num_target_layers": 28})
+    written(draft, {**QWEN3_8B_DFLASH, "num_target_layers": 40})
     status, facts = info(main, target, "--draft", draft)
     assert (status, facts["loads"], facts["draft"]["loads"]) == (1, True, False)
-    assert facts["draft"]["reason"].startswith(f"{draft}: num_target_layers is 28")
+    assert facts["draft"]["reason"].startswith(f"{draft}: num_target_layers is 40")
     status, _, err = main("info", draft, "--draft", target)
     assert status == 2
     assert "is a drafter itself" in err

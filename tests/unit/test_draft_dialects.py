@@ -133,6 +133,22 @@ DIALECTS: dict[str, tuple[dict[str, Any], str, str]] = {
         "DFlash2",
         "z-lab",
     ),
+    "flat under a target's label": (
+        {**FLAT, "architectures": ["Qwen3ForCausalLM"]},
+        "DSpark",
+        "DeepSpec",
+    ),
+    "DFlash2 under a target's label": (
+        {**LAYERS, **TAPS, **SELECTOR, "architectures": ["Qwen3ForCausalLM"]},
+        "DFlash2",
+        "z-lab",
+    ),
+    "DFlash, flat under a target's label": (
+        {**LAYERS, **TAPS, "architectures": ["LlamaForCausalLM"]},
+        "DFlash",
+        "z-lab",
+    ),
+    "DFlash, flat without a label": ({**LAYERS, **TAPS, "architectures": None}, "DFlash", "z-lab"),
     "DFlash2, speculators'": (
         {**SPECULATORS, **SELECTOR, "speculators_model_type": "dflash2", **dict.fromkeys(MARKOV)},
         "DFlash2",
@@ -181,6 +197,7 @@ ANCHOR_KEYS = ("sample_from_anchor", "dspark_bonus_anchor", "shift_label")
 DEFAULTS: dict[str, bool | None] = {
     "flat": True,
     "flat without a label": True,
+    "flat under a target's label": True,
     "flat under DFlash's label": True,
     "flat without heads": True,
     "nested": True,
@@ -326,6 +343,26 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {**NESTED, "markov_rank": 16},
         "markov_rank is 16, but 8 in dflash_config",
     ),
+    "blocks of DFlash2": (
+        {**LAYERS, "dflash_config": {**TAPS, **SELECTOR, "block_size": 8}},
+        "block_size is 16, but 8 in dflash_config",
+    ),
+    "ranks of DFlash2": (
+        {**LAYERS, "selector_rank": 16, "dflash_config": {**TAPS, **SELECTOR}},
+        "selector_rank is 16, but 8 in dflash_config",
+    ),
+    "groups of DFlash2": (
+        {**LAYERS, "conv_group_size": 8, "dflash_config": {**TAPS, **SELECTOR}},
+        "conv_group_size is 8, but 16 in dflash_config",
+    ),
+    "the mask token's id": (
+        {**FLAT, "mask_token_id": 151936},
+        "mask_token_id is 151936, but the vocabulary has ids 0 to 151935",
+    ),
+    "the target's layers": (
+        {**FLAT, "num_target_layers": 33},
+        "target_layer_ids holds 33, but num_target_layers is 33",
+    ),
     "names of the rank": ({**FLAT, "dspark_markov_rank": 16}, "dspark_markov_rank is 16"),
     "masks": ({**nested(), "mask_token_id": 5}, "mask_token_id is 5, but 151669 in dflash_config"),
     "captured layers": (
@@ -406,6 +443,10 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "speculators' XPress": ({**SPECULATORS, "speculators_model_type": "xpress"}, "XPress"),
     "JetSpec": ({**LAYERS, "dflash_config": {**TAPS, "causal_head": True}}, "JetSpec"),
     "JetSpec's own key": ({**LAYERS, "jetspec_config": {**TAPS}}, "JetSpec"),
+    "PARD": (
+        {**QWEN3_8B, "pard_token": 151670},
+        "PARD",
+    ),
     "MiniMax": (
         {**LAYERS, **TAPS, "architectures": ["MiniMaxDFlash2DraftModel"]},
         "MiniMax's DFlash2",

@@ -172,7 +172,9 @@ def test_own_embedding_and_head_are_loaded(tmp_path: Path):
 @pytest.fixture
 def reduced(tmp_path: Path) -> DraftConfig:
     """Return a config whose head has 8 of a vocabulary of 16."""
-    config = load_draft_config(written(tmp_path, {**QWEN3_8B_DFLASH, "vocab_size": 16}))
+    inner = {**QWEN3_8B_DFLASH["dflash_config"], "mask_token_id": 15}
+    small = {**QWEN3_8B_DFLASH, "vocab_size": 16, "dflash_config": inner}
+    config = load_draft_config(written(tmp_path, small))
     return replace(config, draft_vocab_size=8, format="speculators")
 
 

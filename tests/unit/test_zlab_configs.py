@@ -106,7 +106,8 @@ def test_drafter_rope_is_its_own(tmp_path: Path):
     """Qwen3.6-35B-A3B's: yarn under an older key and an older name of its type."""
     scaling = {"type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096}
     changes = {**shape(2048, 6144, 32, 4, 128), **layers(0, 8), "num_target_layers": 40}
-    changes |= {"rope_theta": 10000000, "dflash_config": nested(248070, 1, 10, 19, 28, 37)}
+    changes |= {"rope_theta": 10000000, "vocab_size": 248320}
+    changes["dflash_config"] = nested(248070, 1, 10, 19, 28, 37)
     config = read(tmp_path, **changes, rope_scaling=scaling)
     rope = config.decoder.rope
     assert (rope.kind, rope.theta, rope.factor, rope.original) == ("yarn", 1e7, 64.0, 4096)

@@ -111,6 +111,8 @@ _MODELOPT_KEYS = ("use_confidence_head", "shift_label", "use_swa")
 _SELECTOR_KEYS = ("selector_rank", "conv_kernel_size")
 _EMBEDDED_KEY = "dspark_block_size"
 """Key of a target that contains DSpark's layers, as DeepSeek-V4."""
+_PARD_KEY = "pard_token"
+"""Key of PARD's drafters, whole models under the label of a target."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,13 @@ class _Keys:
         names = config.get("architectures")
         self.names = [str(name) for name in names] if isinstance(names, list) else []
 
+    @property
+    def is_flat_drafter(self) -> bool:
+        """Whether drafting keys stand at the top level, under no label or under a target's."""
+        is_target = all(name.endswith("ForCausalLM") for name in self.names)
+        drafting = (self.outer.get("mask_token_id"), self.outer.get("target_layer_ids"))
+        return is_target and None not in drafting
+
     def values(self, *keys: str) -> Iterator[Any]:
         for part in (self.inner, self.outer):
             for key in keys:
@@ -158,6 +167,8 @@ def detect(config: dict[str, Any]) -> Dialect | None:
         return Dialect(method=method, format=_dspark_format(keys))
     if method is None:
         method = _dflash_method(keys)
+    if method is None and keys.any(_PARD_KEY):
+        method = "PARD"
     return None if method is None else Dialect(method=method, format=Z_LAB)
 
 
@@ -258,7 +269,7 @@ def _dspark_method(keys: _Keys) -> str | None:
     is_labelled = any(_ARCHITECTURES.get(name) == DSPARK for name in keys.names)
     is_labelled = is_labelled or _projector(keys) == DSPARK
     is_drafter = is_labelled or keys.has_inner or "DFlashDraftModel" in keys.names
-    if not keys.names and ranks:  # a copy whose label is lost
+    if ranks and (not keys.names or keys.is_flat_drafter):  # a copy whose label is lost or wrong
         is_drafter = True
     if not is_drafter or not (is_labelled or has_confidence or keys.any(*MARKOV_KEYS)):
         return None
@@ -282,6 +293,7 @@ def _dspark_format(keys: _Keys) -> str:
 def _dflash_method(keys: _Keys) -> str | None:
     """Return the method of a drafter without DSpark's keys; None if it is none."""
     is_drafter = keys.has_inner or any(name in _ARCHITECTURES for name in keys.names)
+    is_drafter = is_drafter or keys.is_flat_drafter
     if is_drafter and keys.any(*_SELECTOR_KEYS):
         return DFLASH2
     if not keys.names and keys.any(_SELECTOR_KEYS[0]):  # a copy whose label is lost
@@ -294,4 +306,4 @@ def _dflash_method(keys: _Keys) -> str | None:
         for part, method in _PARTS.items():
             if part in name.lower():
                 return method
-    return DFLASH if keys.has_inner else None
+    return DFLASH if keys.has_inner or keys.is_flat_drafter else None

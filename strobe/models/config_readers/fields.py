@@ -126,9 +126,11 @@ class Fields:
         if (value := self.get(key)) is not None and value not in values:
             raise ValueError(f"{self.path}: {key} is {value!r}, which is not supported; {why}")
 
-    def agree(self) -> None:
-        """Raises ValueError for a key whose value in the nested object contradicts this one's."""
-        for key, inner in self._first.items():
+    def agree(self, keys: Collection[str] | None = None) -> None:
+        """Raises ValueError for a key whose value in the nested object contradicts this one's.
+        keys: the only ones to compare; None for all."""
+        for key in self._first if keys is None else keys:
+            inner = self._first.get(key)
             outer = self._values.get(key)
             if None not in (inner, outer) and inner != outer:
                 raise ValueError(

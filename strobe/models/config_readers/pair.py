@@ -1,10 +1,28 @@
-"""Compatibility of a drafter's config with a target's."""
+"""Compatibility of a drafter's config with itself and with a target's."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from strobe.models.config_readers.fields import HINT
 from strobe.models.model_config import DraftConfig, TargetConfig
+
+
+def check_ids(draft: DraftConfig, path: Path) -> None:
+    """Raises ValueError for an id that the config's own sizes exclude, which no target can fit."""
+    vocab_size = draft.decoder.vocab_size
+    if not 0 <= draft.mask_token_id < vocab_size:
+        raise ValueError(
+            f"{path}: mask_token_id is {draft.mask_token_id}, but the vocabulary has ids 0 to "
+            f"{vocab_size - 1}; {HINT}"
+        )
+    total = draft.num_target_layers
+    for k, layer_id in zip(draft.capture, draft.capture_ids, strict=True):
+        if total is not None and k > total:
+            raise ValueError(
+                f"{path}: {draft.capture_ids_key} holds {layer_id}, but num_target_layers is "
+                f"{total}; {HINT}"
+            )
 
 
 def check_pair(draft: DraftConfig, target: TargetConfig, draft_path: Path) -> None:
@@ -38,8 +56,3 @@ def check_pair(draft: DraftConfig, target: TargetConfig, draft_path: Path) -> No
                 f"{prefix} {draft.capture_ids_key} holds {layer_id}, but the target's layers are "
                 f"0 to {last}; {hint}"
             )
-    if not 0 <= draft.mask_token_id < theirs.vocab_size:
-        raise ValueError(
-            f"{prefix} mask_token_id is {draft.mask_token_id}, but the target's vocabulary has ids "
-            f"0 to {theirs.vocab_size - 1}; {hint}"
-        )

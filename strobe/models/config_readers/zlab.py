@@ -40,6 +40,11 @@ TRAINING = frozenset({"num_anchors", "confidence_head_alpha"})
 """Keys of DSpark's training."""
 CAPTURE_KEYS = ("target_layer_ids", "dspark_target_layer_ids", "layer_ids")
 """Keys of the captured layers in order of precedence."""
+SELECTOR_KEYS = (
+    "block_size", "mask_token_id", *CAPTURE_KEYS, "num_target_layers", "conv_kernel_size",
+    "conv_group_size", "selector_rank", "selector_top_k"
+)  # fmt: skip
+"""Keys of a DFlash2 drafter that no target has, so that two values of one contradict each other."""
 
 
 def read_masks(fields: Fields) -> tuple[LayerMask, ...]:
@@ -154,7 +159,9 @@ def refuse_unsupported(fields: Fields, dialect: Dialect) -> None:
     if dialect.format == Z_LAB and not fields.is_nested("num_anchors"):
         # Outside `dflash_config` the key belongs to DeepSpec, whose first slot predicts.
         fields.only("num_anchors", why="use another drafter.")
-    if dialect.method != DFLASH2:
+    if dialect.method == DFLASH2:
+        fields.agree(SELECTOR_KEYS)
+    else:
         _check_dspark_keys(fields)
 
 
