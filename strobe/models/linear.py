@@ -95,6 +95,11 @@ class StoredProduct(Protocol):
         """See `Linear.multiply`."""
         ...
 
+    def pack(self) -> bool:
+        """Let a CPU's own products multiply the weight, if they are exact; return whether they
+        are."""
+        ...
+
     def join(self) -> None:
         """Make parts of one form one part."""
         ...

@@ -8,6 +8,7 @@ inputs. Legend: T rows, N outputs, K inputs.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
@@ -20,6 +21,8 @@ from strobe.models.linear import AnyLinear, Linear, LinearView
 from strobe.models.model_config import DraftConfig, TargetConfig
 from strobe.models.quantization import rounding
 from strobe.models.target import Target
+
+logger = logging.getLogger(__name__)
 
 GROUP = 32
 """Inputs in a group of int4."""
@@ -234,6 +237,7 @@ def _has_fbgemm() -> bool:
 
 def pack(name: str | None, target: Target) -> None:
     """Pack the target's linear layers, and its head as `head_format` says."""
+    _pack_codes(target)
     if name is None:
         return
     _pack_layers(target, FORMATS[name])
@@ -244,11 +248,29 @@ def pack(name: str | None, target: Target) -> None:
 
 def pack_drafter(name: str | None, drafter: DFlash, target: Target) -> None:
     """Pack a drafter's linear layers and its own head; it shares the target's as that is held."""
+    _pack_codes(drafter)
     if name is None:
         drafter.share_head(target.output)
         return
     _pack_layers(drafter, FORMATS[name])
     drafter.pack(target.output, partial(packed, make=FORMATS[name]))
+
+
+def _pack_codes(model: Target | DFlash) -> None:
+    """Pack the codes of layers that keep them, if rows are in bfloat16 on a CPU."""
+    weight = model.norm.weight
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    products = [linear.stored for linear in linears if linear.stored is not None]
+    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not _has_fbgemm():
+        return
+    packed = [product.pack() for product in products]
+    if packed:
+        logger.info(
+            "%d of %d layers with codes are multiplied by torch's products of int4 and int8, the "
+            "others are dequantized for each product.",
+            sum(packed),
+            len(packed),
+        )
 
 
 def _pack_layers(model: Target | DFlash, make: type[Packed]) -> None:

@@ -1,7 +1,8 @@
 """Linear layers whose weights stay as a checkpoint stores them.
 
 A value is dequantized whenever it is multiplied, and rounded once to the dtype of the rows, so that
-a product is that with the weight dequantized while loading. Legend: T rows, N outputs, K inputs.
+a product is that with the weight dequantized while loading. `cpu_codes` has products that round no
+value. Legend: T rows, N outputs, K inputs.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from strobe.models.checkpoint import TORCH
 from strobe.models.linear import Linear, StoredWeight
+from strobe.models.quantization.cpu_codes import CodesProduct, codes_product
 from strobe.models.quantization.forms import EXPONENTS, Form
 from strobe.models.quantization.grouped import fill_dequantized, joined
 from strobe.models.weight_mapping import CheckpointTensors, WeightPart, copy
@@ -26,22 +28,32 @@ ZEROS = ("zero_point", "qzeros")
 class HeldProduct:
     """The product of a linear layer with weights that are held as stored.
 
-    parts: weights whose outputs follow one another; empty before loading. nbytes: of the tensors
-    that they are read from."""
+    parts: weights whose outputs follow one another; empty before loading, and once they are packed.
+    packed: torch's products with the weights, in the place of `parts`. nbytes: of the tensors that
+    they are read from, or of packed weights."""
 
     def __init__(self, linear: Linear, nbytes: int):
         self.linear = linear
         self.nbytes = nbytes
         self.parts: tuple[StoredWeight, ...] = ()
+        self.packed: tuple[CodesProduct, ...] = ()
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, K] -> x Wᵀ + bias [T, N]."""
-        y = torch.cat([F.linear(x, self._dense(part, x.dtype)) for part in self.parts], -1)
+        if self.packed:
+            rows = x.flatten(0, -2).bfloat16().contiguous()
+            y = torch.cat([product(rows) for product in self.packed], -1)
+            y = y.unflatten(0, x.shape[:-1]).to(x.dtype)
+        else:
+            y = torch.cat([F.linear(x, self._dense(part, x.dtype)) for part in self.parts], -1)
         bias = self.linear.bias
         return y if bias is None else y + bias
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight [N, K] in dtype."""
+        """Return the weight [N, K] in dtype, of packed ones rounded to bfloat16."""
+        if self.packed:
+            one_each = torch.eye(self.linear.in_features, dtype=torch.bfloat16)
+            return torch.cat([product(one_each).t() for product in self.packed]).to(dtype)
         return torch.cat([self._dense(part, dtype) for part in self.parts])
 
     def reorder(self, order: Tensor) -> None:
@@ -64,6 +76,21 @@ class HeldProduct:
             parts.append(part.scaled(factor) if start >= first else part)
             start += part.shape[0]
         self.parts = tuple(parts)
+
+    def pack(self) -> bool:
+        """Let torch's products of a CPU multiply the codes of rows in bfloat16, if all parts have
+        one with exactly their values; return whether they have. Outputs can no longer be reordered
+        or multiplied."""
+        packed = list[CodesProduct]()
+        for part in self.parts:
+            product = codes_product(part)
+            if product is None:
+                return False
+            packed.append(product)
+        self.packed = tuple(packed)
+        self.parts = ()
+        self.nbytes = sum(product.nbytes for product in packed)
+        return True
 
     def join(self) -> None:
         """Make parts of one form one part, which kernels multiply at once. Outputs can no longer be
