@@ -69,8 +69,8 @@ def environment(folder: Path, *steps: Sequence[str]) -> Client:
     print(f"Creating an environment in {venv}; this takes minutes.", file=sys.stderr)
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(venv)], check=True)
     for step in steps:
-        pip = [str(client.bin / "python"), "-m", "pip", "install", "--quiet", *step]
-        subprocess.run(pip, cwd=HERE, check=True)
+        pip = [str(client.bin / "python"), "-m", "pip", "install", "--quiet", "--no-compile"]
+        subprocess.run([*pip, *step], cwd=HERE, check=True)
     installed.write_text(requirements, encoding="utf-8")
     return client
 

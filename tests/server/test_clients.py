@@ -13,7 +13,11 @@ ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 
-@pytest.mark.parametrize("client", ["openai", "anthropic", "ollama"])
+@pytest.mark.parametrize(
+    "client",
+    # tests/server/test_openai_client.py and test_matrix.py use the same client in `make test`.
+    [pytest.param("openai", marks=pytest.mark.nightly), "anthropic", "ollama"],
+)
 def test_client_gets_the_same_answers_without_drafts(client: str, tmp_path: Path):
     requirements = ROOT / "scripts" / "clients" / f"{client}.txt"
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
