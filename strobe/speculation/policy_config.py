@@ -36,7 +36,7 @@ class PolicyConfig:
     pace_jump: float = 0.5  # of its change once two steps in a row are outliers,
     drafts_doubt: float = 0.3  # of the factor of what drafts add to a step,
     drafts_drift: float = 0.003  # of its change,
-    step_noise: float = 0.1  # and of a step's milliseconds,
+    step_noise: float = 0.07  # and of a step's milliseconds,
     context_noise: float = 0.7  # also by what rates over context leave open; all of logarithms
     outlier: float = 2.0  # an error larger than this many of its standard deviations is noise
     table_gain: float = 0.02  # share of a step's error that goes to the cost of its number of rows,
