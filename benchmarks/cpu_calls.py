@@ -1,5 +1,6 @@
 """Counts torch's calls in one plain step on a CPU, by operation, and times steps: all of each, its
-products with weights, and the rest.
+products with weights, and the rest, in processor time of the main thread, so that other processes
+disturb little.
 
     python benchmarks/cpu_calls.py [--target smollm2] [--requests 1] [--weight-dtype auto]
         [--compile]
@@ -55,8 +56,8 @@ def count_calls(engine: Engine) -> Counter[str]:
 
 
 def time_steps(engine: Engine, steps: int) -> list[tuple[float, float]]:
-    """Return the milliseconds of each step, and of its packed products."""
-    watch = Stopwatch()
+    """Return the milliseconds of processor time of each step, and of its packed products."""
+    watch = Stopwatch(time.thread_time)
     model = engine.runner.model
     for linear in model.modules():
         if isinstance(linear, Linear) and linear.product is not None:
@@ -67,9 +68,9 @@ def time_steps(engine: Engine, steps: int) -> list[tuple[float, float]]:
     times: list[tuple[float, float]] = []
     for _ in range(steps):
         watch.seconds = 0.0
-        start = time.perf_counter()
+        start = time.thread_time()
         engine.step()
-        times.append((1e3 * (time.perf_counter() - start), 1e3 * watch.seconds))
+        times.append((1e3 * (time.thread_time() - start), 1e3 * watch.seconds))
     return times
 
 

@@ -30,18 +30,18 @@ STEPS, MIN_STEPS = 60, 15
 class Stopwatch:
     """Time spent in wrapped calls; a wrapped call within another one counts once."""
 
-    def __init__(self) -> None:
-        self.seconds, self.depth = 0.0, 0
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.seconds, self.depth, self.clock = 0.0, 0, clock
 
     def wrap(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed_call(*args: Any, **kwargs: Any) -> Any:
-            self.depth, began = self.depth + 1, time.perf_counter()
+            self.depth, began = self.depth + 1, self.clock()
             try:
                 return call(*args, **kwargs)
             finally:
                 self.depth -= 1
                 if not self.depth:
-                    self.seconds += time.perf_counter() - began
+                    self.seconds += self.clock() - began
 
         return timed_call
 

@@ -15,7 +15,7 @@ from strobe.config import EngineConfig
 from strobe.engine.build import resolve
 from strobe.engine.engine import Engine
 from strobe.kernels.cpu import library
-from strobe.kernels.cpu.library import CompilerMissing, find_compiler, load_library
+from strobe.kernels.cpu.library import CompilerMissing, load_library
 from strobe.sampling_params import SamplingParams
 from tests.support.engine_runs import run
 from tests.support.rank_threads import ranks
@@ -31,7 +31,7 @@ LONG = [*range(3, 60)] * 2  # more rows than C attends from
 @pytest.fixture
 def with_compiler() -> None:
     try:
-        find_compiler()
+        load_library()
     except CompilerMissing as missing:
         pytest.skip(str(missing))
 
