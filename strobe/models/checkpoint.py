@@ -182,9 +182,11 @@ class Checkpoint:
         return data.view(dtype).view(self.shapes[name])
 
     def read_codes(self, name: str) -> GroupWeight:
-        """Return one of `coded` as codes, in memory of its own."""
+        """Return one of `coded` as codes, in memory of its own, and release its pages."""
         assert self._gguf is not None
-        return self._gguf.codes(name)
+        weight = self._gguf.codes(name)
+        self.release(name)
+        return weight
 
     def release(self, name: str) -> None:
         """Release the tensor's pages after reading it."""
@@ -216,8 +218,6 @@ class Checkpoint:
         first = next(iter(part.sources))
         if part.as_codes:
             part.fill(out, *map(self.read_codes, part.sources))
-            for name in part.sources:
-                self.release(name)
             return
         if self._gguf is not None and part.fill is copy and out.ndim > 0:
             start = 0

@@ -21,7 +21,7 @@ from strobe.models.quantization.grouped import GroupWeight, powers_of_two
 TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """Values of IQ4_NL's and IQ4_XS's codes, before scales."""
 _POWERS = (1, 3, 9, 27, 81)
-_VALUES_AT_ONCE = 1 << 22
+_VALUES_AT_ONCE = 1 << 20
 _BLOCKS = {name: (values, size) for name, values, size in TYPES.values()}
 
 
