@@ -343,10 +343,6 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {**NESTED, "markov_rank": 16},
         "markov_rank is 16, but 8 in dflash_config",
     ),
-    "blocks of DFlash2": (
-        {**LAYERS, "dflash_config": {**TAPS, **SELECTOR, "block_size": 8}},
-        "block_size is 16, but 8 in dflash_config",
-    ),
     "ranks of DFlash2": (
         {**LAYERS, "selector_rank": 16, "dflash_config": {**TAPS, **SELECTOR}},
         "selector_rank is 16, but 8 in dflash_config",

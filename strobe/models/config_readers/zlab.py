@@ -41,8 +41,8 @@ TRAINING = frozenset({"num_anchors", "confidence_head_alpha"})
 CAPTURE_KEYS = ("target_layer_ids", "dspark_target_layer_ids", "layer_ids")
 """Keys of the captured layers in order of precedence."""
 SELECTOR_KEYS = (
-    "block_size", "mask_token_id", *CAPTURE_KEYS, "num_target_layers", "conv_kernel_size",
-    "conv_group_size", "selector_rank", "selector_top_k"
+    "mask_token_id", *CAPTURE_KEYS, "num_target_layers", "conv_kernel_size", "conv_group_size",
+    "selector_rank", "selector_top_k"
 )  # fmt: skip
 """Keys of a DFlash2 drafter that no target has, so that two values of one contradict each other."""
 
