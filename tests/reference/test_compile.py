@@ -16,7 +16,11 @@ from strobe.engine.build import resolve
 from strobe.engine.engine import Engine
 from strobe.kernels.cpu import library
 from strobe.kernels.cpu.library import CompilerMissing, load_library
+from strobe.models.ops.compiled_ops import CompiledOps
+from strobe.models.ops.torch_ops import TorchOps
+from strobe.models.target import Target
 from strobe.sampling_params import SamplingParams
+from strobe.tools.verify.reference import StrobeReference
 from tests.support.engine_runs import run
 from tests.support.rank_threads import ranks
 from tests.support.target_families import FAMILIES
@@ -127,6 +131,19 @@ def test_asked_reference_attends_in_torch(tmp_path: Path, monkeypatch: pytest.Mo
     plain = answers(Engine(settings))
     assert not counts
     assert plain == answers(Engine(settings.with_(attention_backend="auto")))
+
+
+@pytest.mark.usefixtures("with_compiler")
+def test_reference_of_verify_is_plain_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    engine = Engine(pair(tmp_path, "qwen3"))
+    target = engine.runner.model
+    assert isinstance(target, Target)
+    reference = StrobeReference(engine.resolved, target)
+    counts = counted(monkeypatch)
+    assert reference.logits(PROMPTS[1], 1).shape[0] == len(PROMPTS[1]) - 1
+    assert not counts
+    assert type(reference.engine.runner.model.ops) is TorchOps
+    assert type(target.ops) is CompiledOps
 
 
 def test_library_is_compiled_once(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -121,14 +122,21 @@ class StrobeReference:
         config = resolved.config.without_draft().with_(
             attention_backend="reference",
             kernels="torch",
+            compile=False,
             cuda_graphs=False,
             enable_prefix_caching=False,
             max_num_seqs=1,
             overlap=1,
         )
         limits = replace(resolved.limits, max_num_seqs=1, num_drafts=0, drafter_block_size=0)
-        plain = replace(resolved, config=config, draft=None, method="none", limits=limits)
-        self.engine = Engine(plain, components=build(plain, target))
+        backends = resolved.backends
+        if backends.compiled:
+            backends = backends._replace(attention="reference", compiled=False)
+        plain = replace(
+            resolved, config=config, draft=None, method="none", limits=limits, backends=backends
+        )
+        # Other operations must not become those of the engine's own target.
+        self.engine = Engine(plain, components=build(plain, copy(target)))
         self.vocab_size = resolved.target.decoder.vocab_size
 
     def logits(self, tokens: Sequence[int], first: int) -> Logits:
