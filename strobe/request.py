@@ -160,8 +160,8 @@ class Request:
     order: int = 0
     """Its place among all requests by arrival, which the scheduler counts."""
     num_assumed: int = 0
-    """Positions of its prompt that count as computed, whatever their K/V holds, to time steps;
-    without effect where states of recurrent layers are kept."""
+    """Positions of its prompt that count as computed, whatever their K/V and states hold, to time
+    steps."""
     num_passed: int = 0
     """Times that a request which arrived later was admitted before it."""
 

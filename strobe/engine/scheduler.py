@@ -613,8 +613,9 @@ class Scheduler:
         start = 0
         states: SequenceStates | None = None
         lease.observed = self.shadow is not None and self.shadow.draw(request)
-        if request.num_assumed and self.states is None:
+        if request.num_assumed:
             start = lease.assume(request.num_assumed)
+            states = None if self.states is None else self.states.assume()
         elif self.prefix_caching and self.states is not None:
             states = self.states.begin(request, lease)
             start = lease.length

@@ -14,6 +14,7 @@ whose commit indexes the state.
 
 from __future__ import annotations
 
+import sys
 from bisect import insort
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -75,6 +76,11 @@ class StateLedger:
             answer_border=kept.last_border(end - 1) + kept.interval,
             revived=revived,
         )
+
+    def assume(self) -> SequenceStates:
+        """Return the states of a request whose prompt counts as computed, to time steps: none is
+        kept."""
+        return SequenceStates(answer_border=sys.maxsize)
 
     def hold(self, states: SequenceStates) -> None:
         """Keep the state that an admitted request begins from until `release`."""

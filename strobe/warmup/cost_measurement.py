@@ -256,8 +256,6 @@ def _cpu_kinds(engine: Engine, blocks: BlockOptions) -> Iterator[tuple[StepKind,
     max_requests = min(max_requests, max(positions // (2 + 4 * limits.lookahead), 1))
     yield from ((kind, True) for kind in _kinds_of(1, blocks))
     size = min(LONG_PROMPT, limits.max_model_len - 5 * limits.lookahead, positions // 2)
-    if engine.scheduler.states is not None:
-        size = 0  # such prompts would have to be computed
     counts = dict.fromkeys(n for n in (max_requests, 4) if 1 < n <= max_requests)
     for i, count in enumerate(counts):
         for kind in _kinds_of(count, blocks):
