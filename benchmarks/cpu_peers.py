@@ -5,7 +5,8 @@
 
 Every way is a process of its own that stays while the others run:
 
-- `strobe:FORMAT:METHOD`: each weight format of STROBE, plain (`none`) and with drafts (`dflash`);
+- `strobe:FORMAT:METHOD`: each weight format of STROBE, also with `--compile`, plain (`none`) and
+  with drafts (`dflash`);
 - `vllm:bfloat16:none`: vLLM's CPU build, compiled; `vllm:bfloat16:dflash`: with the drafter that
   ships with Strobe, eager. Its CPU build normalizes the keys of the drafter's context with the
   first layer's weights in every layer, so that fewer drafts are accepted (SmolLM2: 2.49 tokens a
@@ -48,6 +49,8 @@ STROBE = {
     "float32": {"weight_dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "int4": {"weight_dtype": "int4"},
+    "compiled": {"compile": True},
+    "int4-compiled": {"weight_dtype": "int4", "compile": True},
 }
 WAYS = (
     *(f"strobe:{name}:{method}" for name in STROBE for method in ("none", "dflash")),
