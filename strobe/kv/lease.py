@@ -152,15 +152,14 @@ class Lease:
             self._first_held[i] = first
 
     def release(self) -> None:
-        """Give back all pages, once, after every reservation has ended."""
+        """Give back all pages, once, after every reservation has ended. Interrupted, it can be
+        called again, and goes on with the next group."""
         if self.released or self.reserved:
             raise LeaseError("release() comes once, after every reservation has ended")
-        for group, table, first in zip(
-            self.pool.groups, self.tables, self._first_held, strict=True
-        ):
-            group.drop(table[first:])
+        for i, group in enumerate(self.pool.groups):
+            group.drop(self.tables[i][self._first_held[i] :])
+            self.tables[i] = []
         self.released = True
-        self.tables = [[] for _ in self.pool.groups]
 
     def abandon(self) -> None:
         """Drop all reservations and pages of a lease whose admission failed."""

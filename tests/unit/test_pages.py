@@ -371,6 +371,24 @@ def extend(lease: Lease, tokens: list[int]) -> None:
         lease.give_back()
 
 
+def test_interrupted_release_goes_on(monkeypatch: pytest.MonkeyPatch):
+    """The pages of the first group are returned once, those of the window's in the second call."""
+    pool = windowed()
+    lease = Lease(pool, 20)
+    extend(lease, list(range(9)))
+
+    def fail(pages: list[int]) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool.groups[1], "drop", fail)
+        with pytest.raises(KeyboardInterrupt):
+            lease.release()
+    lease.release()
+    check_pool(pool)
+    assert [group.available for group in pool.groups] == [group.capacity for group in pool.groups]
+
+
 def test_pages_before_the_window_are_given_back():
     pool = windowed()
     lease = Lease(pool, 40)
