@@ -17,7 +17,9 @@ from strobe.hub.gguf_checkpoint import gguf_directory
 from strobe.models.linear import Linear, StoredWeight
 from strobe.models.quantization.cpu_codes import Int4Codes, Int8Codes, codes_product
 from strobe.models.quantization.grouped import GridWeight, GroupWeight, unpacked
+from strobe.models.target import Target
 from strobe.sampling_params import SamplingParams
+from strobe.tools.verify.reference import StrobeReference
 from tests.support.engine_runs import make_engine, run
 
 pytestmark = pytest.mark.skipif(
@@ -139,3 +141,8 @@ def test_engine_multiplies_codes_in_bfloat16(tmp_path: Path, caplog: Any, monkey
         assert all(len(p) > 0 for p in packed) == (dtype == "bfloat16")
     assert "8 of 8 layers with codes" in caplog.text
     assert answers[0][0][:2] == answers[1][0][:2]
+    target = engine.runner.model
+    assert isinstance(target, Target)
+    rows = StrobeReference(engine.resolved, target).logits([5, 80, 33, 12, 7], 1)
+    assert rows.argmax(1).shape == (4,), "an engine with the same weights does not pack them again"
+    assert run(engine, [[5, 80, 33, 12, 7]], params) == answers[1]

@@ -81,6 +81,8 @@ class HeldProduct:
         """Let torch's products of a CPU multiply the codes of rows in bfloat16, if all parts have
         one with exactly their values; return whether they have. Outputs can no longer be reordered
         or multiplied."""
+        if self.packed:  # by another engine that shares the weights
+            return True
         packed = list[CodesProduct]()
         for part in self.parts:
             product = codes_product(part)
