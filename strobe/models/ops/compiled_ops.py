@@ -96,10 +96,8 @@ class CompiledOps(TorchOps):
         return self.calls.norm(x, factors)
 
     def linear(self, x: Tensor, linear: AnyLinear, activation: Activation | None = None) -> Tensor:
-        if activation is None:
-            return super().linear(x, linear)
         y = super().linear(x, linear)
-        return self._activate(y, activation)
+        return y if activation is None else self._activate(y, activation)
 
     def _activate(self, y: Tensor, activation: Activation) -> Tensor:
         """y [T, 2 I], outputs of gate and up -> [T, I]."""
@@ -202,9 +200,8 @@ class CompiledOps(TorchOps):
             whole = super().block_kernels(kernels.base, kernels.dynamic)
             return super().convolve(x, whole, side, rows, onto)
         assert rows.offsets is not None
-        base = kernels.base
-        dynamic = kernels.dynamic.unflatten(1, (2, base.shape[1], -1))
-        return self.calls.convolve(x, base[side], dynamic[:, side], rows.offsets, onto)
+        base, dynamic = kernels.of_side(side)
+        return self.calls.convolve(x, base, dynamic, rows.offsets, onto)
 
     def store_context(
         self, kv: Tensor, weights: ContextWeights, rows: ForwardRows, slots: Tensor, store: KVStore

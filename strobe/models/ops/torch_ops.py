@@ -55,6 +55,11 @@ class BlockKernels(NamedTuple):
     dynamic: Tensor
     taps: Sequence[Tensor] = ()
 
+    def of_side(self, side: int) -> tuple[Tensor, Tensor]:
+        """Return one convolution's base [taps, H] and dynamic part [T, taps, G]. side: 0 or 1."""
+        dynamic = self.dynamic.unflatten(1, (2, self.base.shape[1], -1))
+        return self.base[side], dynamic[:, side]
+
 
 class ExpertsLayer(NamedTuple):
     """How rows choose experts, and the experts: gate and up as one linear layer, then down."""

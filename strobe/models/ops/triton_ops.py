@@ -189,9 +189,8 @@ class TritonOps(TorchOps):
         onto: Tensor | None = None,
     ) -> Tensor:
         assert rows.offsets is not None
-        base = kernels.base
-        dynamic = kernels.dynamic.unflatten(1, (2, base.shape[1], -1))
-        return convolve(x, base[side], dynamic[:, side], rows.offsets, onto)
+        base, dynamic = kernels.of_side(side)
+        return convolve(x, base, dynamic, rows.offsets, onto)
 
     def best_of(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return candidates.best_of(logits, count)
