@@ -232,7 +232,7 @@ class StepCosts:
         counts as twice as long as expected. Return whether its drafts did not cost far less than
         expected."""
         plain, added = self._parts(work)
-        ratio = min(max(ms / float(self.ms(work)), 0.5), 2.0)
+        ratio = min(max(ms / float(self.pace * (plain + added)), 0.5), 2.0)
         self._correct_rates(work, ratio, config)
         is_long = work.context >= config.rate_context * work.requests
         noise = config.context_noise if is_long else config.step_noise
